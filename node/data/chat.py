@@ -229,6 +229,8 @@ class ChatEncoder:
             _say_zero_label(str(self._path))
         if conversation.others:
             _say_others(str(self._path))
+        if conversation.nulls:
+            _say_nulls(str(self._path))
         roles = (message["role"] for message in conversation.messages)
         known = {*chain(*ROLES.values()), *template.forms.roles}
         if not self._said_role and (role := next((role for role in roles if role not in known), "")):
@@ -383,6 +385,15 @@ def _say_others(tokenizer: str) -> None:
     logger.warning(
         "messages that the assistant did not write are marked to be trained on (`train`, or a weight of 1): "
         "they have no labels all the same; give them the assistant's role if they shall have some"
+    )
+
+
+@cache
+def _say_nulls(tokenizer: str) -> None:
+    """`tokenizer` only tells one data set's report from another's."""
+    logger.warning(
+        "calls have null as an argument, which is left out, because tables fill in null for an absent one: "
+        "give the arguments as JSON text if null is meant"
     )
 
 

@@ -108,6 +108,7 @@ RESULT_PART = "tool_result"
 """The types of parts of a message's content (OpenAI's, Mistral's, Anthropic's and LLaMA-Factory's)."""
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
+_REPAIR = "repair or remove that row"
 _PARTLY = "labels for parts of a message"
 _UNANSWERED = "a thought without an answer"
 _UNCLEAR_MASK = "a mask that does not say what 1 means"
@@ -167,6 +168,8 @@ class Conversation:
     """Whether a message of somebody else is marked as one to train on."""
     extra: dict[str, Any]
     """Variables of the template: the row's own ones, `tools` and `documents`, if it has them."""
+    nulls: bool
+    """Whether null was an argument of a call, which is left out."""
 
 
 def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
@@ -194,6 +197,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         if "tools" in messages[0]:
             messages[0]["tools"] = tools
         messages = list(_unfolded(messages))
+        nulls = any(_has_null(row.get(name)) for name in MESSAGES)
         documents = _clean(row.get("documents"))
         settings = _clean(row.get(SETTINGS)) or {}
         prompts = (row.get(key) for key in SYSTEMS)
@@ -242,7 +246,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     if not trained:
         raise Dropped("no assistant message with a weight")
     extra = settings | {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
-    return Conversation(converted, tuple(answers), tuple(trained), others, extra)
+    return Conversation(converted, tuple(answers), tuple(trained), others, extra, nulls)
 
 
 def has_zero_label(row: Mapping[str, Any]) -> bool:
@@ -331,7 +335,9 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         if cleaned == []:
             continue
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
-            raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
+            raise DataError(
+                f"{place}: {name} is no list of messages, each with a role and a content; {_REPAIR}"
+            )
         if _role(cleaned[-1]) != ASSISTANT:
             refuse_preferences((key for key, value in row.items() if value), place)
         return cleaned
@@ -348,7 +354,7 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
     raise DataError(
         f'{place} holds no conversation: expected "messages" with role and content, "conversations" with '
         'from and value, "instruction" with "output", or "prompt" with "completion", got '
-        f"{', '.join(map(str, row))[:200] or 'an empty row'}"
+        f"{', '.join(map(str, row))[:200] or 'an empty row'}; {_REPAIR}"
     )
 
 
@@ -402,6 +408,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
     """A question and its answer as messages. Either may already be a list of messages (TRL's format)."""
+    wrong = DataError(f"{place}: a question and its answer must be texts or lists of messages; {_REPAIR}")
     are_lists = isinstance(asked, list), isinstance(answer, list)
     if all(are_lists) or (
         any(are_lists) and not about and isinstance(answer if are_lists[0] else asked, str)
@@ -409,13 +416,13 @@ def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
         prompt = _clean(asked if are_lists[0] else [{"role": USER, "content": asked}])
         completion = _clean(answer if are_lists[1] else [{"role": ASSISTANT, "content": answer}])
         if not all(isinstance(message, dict) for message in (*prompt, *completion)):
-            raise DataError(f"{place}: its prompt and completion are no lists of messages")
+            raise wrong
         # The loss is on the completion, as in TRL.
         return [*({**message, "train": False} for message in prompt), *completion]
     if asked is None or answer is None or (isinstance(answer, str) and not answer.strip()):
         raise Dropped("a question without an answer")
     if not (isinstance(asked, str) and isinstance(answer, str) and isinstance(about, str | None)):
-        raise DataError(f"{place}: a question and its answer must be text or lists of messages")
+        raise wrong
     parts = [_text(part) for part in (asked, about or "") if part.strip()]
     return [
         {"role": USER, "content": "\n\n".join(parts)},
@@ -745,6 +752,16 @@ def _clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_clean(item) for item in value]
     return _texts(value)
+
+
+def _has_null(value: Any, *, inside: bool = False) -> bool:
+    """Whether null stands `inside` the arguments of a call."""
+    if isinstance(value, dict):
+        return any(
+            (inside and item is None) or _has_null(item, inside=inside or key in ARGUMENTS)
+            for key, item in value.items()
+        )
+    return isinstance(value, list) and any(_has_null(item, inside=inside) for item in value)
 
 
 def _texts(value: Any) -> Any:

@@ -436,6 +436,22 @@ def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
         assert ("<|eot|>" in caplog.text) == reported
 
 
+def test_a_null_argument_that_is_left_out_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
+    )
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", template)), "")
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    asked = {"role": "user", "content": "a"}
+    row = {"messages": [asked, {"role": "assistant", "tool_calls": [call]}]}
+    for _ in range(2):
+        ids, _ = encoder.encode(row, "here")
+    assert caplog.text.count("calls have null as an argument, which is left out") == 1
+    assert len(ids) > 0
+
+
 def test_a_label_that_may_reject_an_answer_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

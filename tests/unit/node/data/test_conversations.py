@@ -126,6 +126,19 @@ def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_j
     assert messages_of(row)[1]["content"] == "" and messages_of(row, Forms(null=True))[1]["content"] is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reported"),
+    [({"unit": None}, True), ({"a": [{"b": None}]}, True), ({"a": 1}, False), ('{"a": null}', False)],
+)
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_null_in_arguments_that_are_no_text_is_left_out_and_seen(
+    arguments: Any, reported: bool, key: str
+) -> None:
+    call = {"id": None, "function": {"name": "weather", key: arguments}}
+    row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert normalized(row, "", Forms()).nulls == reported
+
+
 def test_null_in_arguments_is_kept_where_it_was_written() -> None:
     arguments = {"city": "Oslo", "unit": None}
     call = {"function": {"name": "weather", "arguments": json.dumps(arguments)}, "id": None}
@@ -632,7 +645,7 @@ def test_deep_and_broken_text() -> None:
     "row", [{}, {"text": "a"}, {"messages": "a"}, {"messages": ["a"]}, {"messages": {"a": 1}}]
 )
 def test_a_row_that_is_no_conversation_is_named(row: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"^here"):
+    with pytest.raises(DataError, match=r"^here.*; repair or remove that row$"):
         normalized(row, "here", Forms())
 
 
