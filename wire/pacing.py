@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 BURST_SECONDS = 0.05
 """Sending may exceed the rate by what fits in this time, or by one frame."""
@@ -81,11 +81,16 @@ class Pacer:
         finally:
             self._behind.release()
 
-    async def pass_through(self, size: int) -> None:
-        """Wait until `size` bytes may be sent."""
-        delay = self.reserve(size, time.monotonic())
+    async def pass_through(
+        self,
+        size: int,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Wait until `size` bytes may be sent. `now` is the clock that `sleep` waits by."""
+        delay = self.reserve(size, now())
         if delay > 0:
-            await asyncio.sleep(delay)
+            await sleep(delay)
 
 
 class BesideTraining:
@@ -96,13 +101,21 @@ class BesideTraining:
     sixth of the rate.
     """
 
-    def __init__(self, pacer: Pacer | None, busy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        pacer: Pacer | None,
+        busy: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         """
         Args:
             pacer: the node's bandwidth limit, if it has one.
             busy: whether training tensors are waiting to be sent.
+            now: the clock that `sleep` waits by.
         """
         self._pacer, self._busy = pacer, busy
+        self._now, self._sleep = now, sleep
         self._turn = asyncio.Lock()
 
     async def pass_through(self, size: int) -> None:
@@ -113,7 +126,7 @@ class BesideTraining:
             piece = min(size, self._pacer.piece)
             async with self._turn:
                 await self._yield(max(YIELD_SECONDS, YIELD_TIMES * piece / self._pacer.rate))
-                await self._pacer.pass_through(piece)
+                await self._pacer.pass_through(piece, self._now, self._sleep)
             size -= piece
 
     async def _yield(self, most: float) -> None:
@@ -121,7 +134,7 @@ class BesideTraining:
         for _ in range(int(most / _LOOK_SECONDS)):
             if not self._busy():
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await self._sleep(_LOOK_SECONDS)
 
 
 class KeepAlive:

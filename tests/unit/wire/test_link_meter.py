@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -400,6 +399,13 @@ class Clock:
         self.now += max(seconds, 0.001)
         return True
 
+    async def sleep(self, seconds: float) -> None:
+        """Sleeps of several tasks overlap."""
+        until = self.now + seconds
+        self.meanwhile()
+        await asyncio.sleep(0)
+        self.now = max(self.now, until)
+
 
 def test_of_many_that_may_wait_others_wait_for_one() -> None:
     pacer, clock, own, waited, sent = Pacer(1e6), Clock(), 0.05, list[float](), 0
@@ -429,31 +435,26 @@ def test_what_may_wait_gets_a_part_of_a_busy_line_and_gives_up_when_it_is_told()
 
 
 async def test_a_tensor_waits_for_one_small_piece_of_other_traffic_however_many_transfers_there_are() -> None:
-    pacer = Pacer(1e6)
-    beside = BesideTraining(pacer, lambda: False)
-    async with asyncio.timeout(20.0):
-        transfers = [asyncio.create_task(beside.pass_through(20 * pacer.piece)) for _ in range(4)]
-        await asyncio.wait(transfers, timeout=5 * pacer.piece / pacer.rate)
-        waits = pacer.reserve(1, time.monotonic())
-        for transfer in transfers:
-            transfer.cancel()
-        await asyncio.gather(*transfers, return_exceptions=True)
-    # For one piece; a second's time is for a machine that is slow to read the clock. It would be four.
-    assert waits <= 2 * pacer.piece / pacer.rate
+    pacer, clock, waits = Pacer(1e6), Clock(), list[float]()
+    beside = BesideTraining(pacer, lambda: False, clock.read, clock.sleep)
+    clock.meanwhile = lambda: waits.append(pacer.reserve(1, clock.now))
+    began, own = clock.now, pacer.piece / pacer.rate
+    await asyncio.gather(*(beside.pass_through(20 * pacer.piece) for _ in range(4)))
+    # For one piece, beside the one on the line, and for the bytes of these tensors. It would be four.
+    assert len(waits) >= 4 * 20 - 2 and max(waits) <= 2 * own + len(waits) / pacer.rate
+    assert clock.now - began == pytest.approx(4 * 20 * own, rel=0.03), "the line is never idle"
 
 
 async def test_other_traffic_yields_to_tensors_but_not_for_ever() -> None:
-    beside = BesideTraining(None, lambda: True)
-    began = time.monotonic()
-    async with asyncio.timeout(20.0):
-        await beside.pass_through(1)
-    assert time.monotonic() - began >= 0.9 * YIELD_SECONDS
+    clock = Clock()
+    began = clock.now
+    await BesideTraining(None, lambda: True, clock.read, clock.sleep).pass_through(1)
+    assert clock.now - began == pytest.approx(YIELD_SECONDS)
 
 
 async def test_on_a_slow_line_a_piece_waits_several_times_as_long_as_it_takes() -> None:
-    began, busy_for = time.monotonic(), 3 * YIELD_SECONDS
-    slow = Pacer(LEAST_PIECE / YIELD_SECONDS)
-    beside = BesideTraining(slow, lambda: time.monotonic() - began < busy_for)
-    async with asyncio.timeout(20.0):
-        await beside.pass_through(LEAST_PIECE)
-    assert time.monotonic() - began >= busy_for
+    clock, busy_for = Clock(), 3 * YIELD_SECONDS
+    began, slow = clock.now, Pacer(LEAST_PIECE / YIELD_SECONDS)
+    beside = BesideTraining(slow, lambda: clock.now - began < busy_for, clock.read, clock.sleep)
+    await beside.pass_through(LEAST_PIECE)
+    assert clock.now - began >= busy_for
