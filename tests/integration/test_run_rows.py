@@ -130,6 +130,8 @@ def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapsho
                 run.add_node(state_dir=run.state_dirs[run.killed[0]])
                 assert run.tend(until=until_joined(1)) is None
             assert run.tend(until=the_state_is_here) is None
+        assert run.tend(until=a_seat_is_filled) is None
+        run.plan.haste.touch()
         run.assert_ends_undisturbed()
         assert [len(rows) for rows in grids(run)][-1:] == [2], "the epoch goes on"
         (lost,), (filled,) = run.all(SeatLost), run.all(SeatFilled)
@@ -147,6 +149,7 @@ def test_two_rows_that_have_lost_a_node_make_one_within_the_step(prefork: Prefor
             run.add_nodes(6)
             assert run.tend(until=until_joined(6)) is None
         assert run.tend(until=a_seat_is_filled, restart=False) is None
+        run.plan.haste.touch()
         run.assert_ends_undisturbed()
         assert not [aborted for aborted in run.all(StepAborted) if not aborted.is_planned]
         one, other, moved = run.all(SeatLost)[:3]
