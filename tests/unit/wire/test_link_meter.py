@@ -408,12 +408,18 @@ class Clock:
 
 
 def test_of_many_that_may_wait_others_wait_for_one() -> None:
-    pacer, clock, own, waited, sent = Pacer(1e6), Clock(), 0.05, list[float](), 0
-    size, turns = int(own * pacer.rate), list[float | None]()
+    # Those that wait for their turn do so in real time.
+    clock, own, waited, sent = Clock(), 0.005, list[float](), 0
+    pacer = Pacer(1e6, ahead=own)
+    size, turns, asked = int(own * pacer.rate), list[float | None](), list[float]()
+
+    def gives_up(seconds: float) -> bool:
+        asked.append(seconds)
+        return False
 
     def meanwhile() -> None:
         waited.append(pacer.reserve(1, clock.now))
-        turns.append(pacer.reserve_behind(size, clock.read, lambda seconds: False))
+        turns.append(pacer.reserve_behind(size, clock.read, gives_up))
 
     clock.meanwhile = meanwhile
     for _ in range(9):
@@ -422,7 +428,7 @@ def test_of_many_that_may_wait_others_wait_for_one() -> None:
         clock.now += seconds
         sent += 1
     assert waited and max(waited) <= own
-    assert sent >= 4 and {*turns} == {None}, "they take turns"
+    assert sent >= 4 and {*turns} == {None} and {*asked} == {0.0}, "they take turns"
 
 
 def test_what_may_wait_gets_a_part_of_a_busy_line_and_gives_up_when_it_is_told() -> None:
