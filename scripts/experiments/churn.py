@@ -555,9 +555,9 @@ CASES = {
 ONE_ROW = "8 x 1"
 """Where no row goes on: a death ends the step, and all go back to a snapshot."""
 ONE_ROW_CASE = Case(stages=8, rows=1, groups=12, step=20.0, sync=0.0, spares=2)
-THOUSAND = "8 x 125"
+THOUSAND = "8 x 125, 1000 groups"
 """A thousand members at 5 % a minute for half an hour, if asked for."""
-THOUSAND_CASE, THOUSAND_SECONDS = Case(stages=8, rows=125, groups=250, step=20.0, sync=2.0), 1800.0
+THOUSAND_CASE, THOUSAND_SECONDS = Case(stages=8, rows=125, groups=1000, step=20.0, sync=2.0), 1800.0
 
 
 @dataclass(frozen=True)
