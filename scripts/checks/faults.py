@@ -341,7 +341,8 @@ back before the coordinator noticed their absence; then their return counts as n
 def _churn() -> str:
     """What a death costs, by how often nodes die."""
     report = json.loads(CHURN.read_text(encoding="utf-8"))
-    found = {(case["grid"], case["a_node_dies"], case["goes_on"]): case for case in report["cases"]}
+    cases = sorted(report["cases"], key=lambda case: report["grids"][case["grid"]]["rows"])
+    found = {(case["grid"], case["a_node_dies"], case["goes_on"]): case for case in cases}
     rows = [
         [
             grid,
@@ -357,6 +358,8 @@ def _churn() -> str:
     columns += [("if each death ended the step", "right"), ("seconds of the run a death", "right")]
     grid = next(iter(report["grids"].values()))
     steps = sorted({one["step"] for one in report["grids"].values()})
+    has_thousand = any(grid["stages"] * grid["rows"] == 1000 for grid in report["grids"].values())
+    thousand = " A thousand nodes ran once, for half an hour." if has_thousand else ""
     return f"""## What a death costs
 
 When a node dies in a step, its row loses its work of that step, and computes nothing until another node takes
@@ -382,7 +385,7 @@ that take set times, in {max(len(case["runs"]) for case in report["cases"])} run
 {report["node_hours"]:g} node-hours each. Steps take {" or ".join(f"{step:g}" for step in steps)} s.
 A dead node is back after {grid["back"]:g} s, with the snapshots on its disk. It fetches a state that it does
 not have in {grid["fetch"]:g} s, and the gradients of a step in {grid["sums"]:g} s. Unless the table says so,
-there are 12 groups for four rows, and 64 for 16.
+there are 12 groups for four rows, and 64 for 16.{thousand}
 
 {markdown(columns, rows)}
 
