@@ -358,7 +358,8 @@ def _churn() -> str:
     columns += [("if each death ended the step", "right"), ("seconds of the run a death", "right")]
     grid = next(iter(report["grids"].values()))
     steps = sorted({one["step"] for one in report["grids"].values()})
-    has_thousand = any(grid["stages"] * grid["rows"] == 1000 for grid in report["grids"].values())
+    sizes = {case["grid"]: report["grids"][case["grid"]] for case in cases}.values()
+    has_thousand = any(size["stages"] * size["rows"] == 1000 for size in sizes)
     thousand = " A thousand nodes ran once, for half an hour." if has_thousand else ""
     return f"""## What a death costs
 
