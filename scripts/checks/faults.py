@@ -36,6 +36,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
+from scripts.experiments.churn import THOUSAND
 from scripts.report import RESULTS, ROOT, markdown
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small, until_joined
@@ -358,9 +359,8 @@ def _churn() -> str:
     columns += [("if each death ended the step", "right"), ("seconds of the run a death", "right")]
     grid = next(iter(report["grids"].values()))
     steps = sorted({one["step"] for one in report["grids"].values()})
-    sizes = {case["grid"]: report["grids"][case["grid"]] for case in cases}.values()
-    has_thousand = any(size["stages"] * size["rows"] == 1000 for size in sizes)
-    thousand = " A thousand nodes ran once, for half an hour." if has_thousand else ""
+    is_there = any(case["grid"] == THOUSAND for case in cases)
+    thousand = " A thousand nodes ran once, for half an hour." if is_there else ""
     return f"""## What a death costs
 
 When a node dies in a step, its row loses its work of that step, and computes nothing until another node takes
